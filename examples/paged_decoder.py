@@ -200,7 +200,7 @@ class Chosen:
     sequence alone."""
 
     seeds: Tensor  # (sequences,) int64
-    places: Tensor  # (sequences,) int32
+    places: Tensor  # (sequences,) int64
     temperature: Tensor  # (sequences,) float32
     top_k: Tensor | None = None  # (sequences,) int64; None where all are greedy
     top_p: Tensor | None = None  # (sequences,) float32
@@ -315,7 +315,7 @@ class Engine:
             torch.cat((self.next_token[at[: len(grown)]], read)), positions, slots, integers[3].int(),
             self.table[at], starts.int(), starts[1:] - 1, max(counts),
         )  # fmt: skip
-        how = self._how(integers, floats, batch.lengths, any(r.temperature for r, *_ in steps))
+        how = self._how(integers, floats, any(r.temperature for r, *_ in steps))
         chosen = self._choose(batch, how)
         self.next_token[at] = chosen
         whole = []
@@ -355,12 +355,12 @@ class Engine:
             lengths.int(),
             self.table.index_select(0, at),
         )
-        chosen = self._choose(batch, self._how(integers, floats, batch.lengths, sampled))
+        chosen = self._choose(batch, self._how(integers, floats, sampled))
         self.next_token.index_copy_(0, at, chosen)
         return chosen
 
-    def _how(self, integers: Tensor, floats: Tensor, lengths: Tensor, sampled: bool) -> Chosen:
-        seeds, top_k = integers[4:]
+    def _how(self, integers: Tensor, floats: Tensor, sampled: bool) -> Chosen:
+        lengths, seeds, top_k = integers[3:]
         if sampled:
             return Chosen(seeds, lengths, floats[0], top_k, floats[1])
         return Chosen(seeds, lengths, self.greedy[: seeds.shape[0]])

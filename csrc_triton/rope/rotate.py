@@ -119,7 +119,7 @@ def divide(number, inverse, shift):
 
     Granlund and Montgomery, Division by Invariant Integers using Multiplication (1994).
     """
-    return ((number.to(tl.int64) * inverse) >> shift).to(tl.int32)
+    return ((tl.cast(number, tl.int64) * inverse) >> shift).to(tl.int32)
 
 
 @triton.jit

@@ -31,7 +31,7 @@ from csrc_triton.sampling.logits import (
     value_and_column,
 )
 from csrc_triton.sampling.ranks import NO_WORD, RANKED
-from csrc_triton.sampling.screen import best_of_block
+from csrc_triton.sampling.screen import best_of_block, greatest_of_block
 from csrc_triton.sampling.threshold import greatest_columns, tile_of
 
 AXES = {"dtype": ["bf16", "fp16", "fp32"]}
@@ -189,9 +189,12 @@ def choose(
         tau, limit = value_and_column(last)
         first = (program - at * blocks) * (BLOCK // 4)
         filtered = LAST.to(tl.int64) != 0
-        best = best_of_block(
-            X, n, first, seed, position, temperature > 0.0, scale, tau, limit, filtered, BLOCK, REPEATS, FAST
-        )
+        if temperature > 0.0:
+            best = best_of_block(
+                X, n, first, seed, position, scale, tau, limit, filtered, BLOCK, REPEATS, FAST
+            )
+        else:
+            best = greatest_of_block(X, n, first * 4, tau, filtered, BLOCK)
     tl.store(PART + program, best)
 
 

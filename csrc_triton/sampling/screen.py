@@ -84,12 +84,32 @@ def best_of_quarter(X, n, quarter, seed, position, scale, tau, limit):
 
 
 @triton.jit
+def greatest_of_block(X, n, first, tau, filtered, BLOCK: tl.constexpr):
+    """The word of the greatest logit of a block that begins at column ``first``, the first of several. All loads are in
+    flight together."""
+    WIDTH: tl.constexpr = 128 // X.dtype.element_ty.primitive_bitwidth  # columns a vector
+    group = tl.arange(0, BLOCK // WIDTH)
+    cols = first + group[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    x = tl.load(X + cols, mask=cols < n, other=-float("inf")).to(tl.float32)
+    if filtered:
+        x = tl.where(x >= tau, x, -float("inf"))
+    greatest = tl.max(x, 1)
+    greatest = tl.where(greatest == greatest, greatest, -float("inf"))
+    top, group = tl.max(greatest, 0, return_indices=True)
+    best = packed(tl.full([], -float("inf"), tl.float32), first)
+    if top > -float("inf"):
+        few = first + group * WIDTH + tl.arange(0, WIDTH)
+        best = tl.max(packed(load_logits(X, few, few < n), few), 0)
+    return best
+
+
+@triton.jit
 def best_of_block(
-    X, n, first, seed, position, warm, scale, tau, limit, filtered,
+    X, n, first, seed, position, scale, tau, limit, filtered,
     BLOCK: tl.constexpr, REPEATS: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    """The word of the best column of a block that begins at column 4 * first, with scores as documented, of which a
-    greedy row's are the logits. A thread has REPEATS times four columns or more, one after the other."""
+    """The word of the best column of a block that begins at column 4 * first, with scores as documented. A thread has
+    REPEATS times four columns or more, one after the other."""
     COUNT: tl.constexpr = BLOCK // 4 // REPEATS
     lane = tl.arange(0, COUNT)
     greatest = tl.full([COUNT], -float("inf"), tl.float32)
@@ -102,12 +122,11 @@ def best_of_block(
         if filtered:
             x = tl.where(x >= tau, x, -float("inf"))
         x0, x1, x2, x3 = four_columns(x, COUNT)
-        if warm:
-            w0, w1, w2, w3 = words_of(quarters, seed, position, SAMPLE)
-            x0 = tl.fma(x0, scale, noise_bound(w0, FAST))
-            x1 = tl.fma(x1, scale, noise_bound(w1, FAST))
-            x2 = tl.fma(x2, scale, noise_bound(w2, FAST))
-            x3 = tl.fma(x3, scale, noise_bound(w3, FAST))
+        w0, w1, w2, w3 = words_of(quarters, seed, position, SAMPLE)
+        x0 = tl.fma(x0, scale, noise_bound(w0, FAST))
+        x1 = tl.fma(x1, scale, noise_bound(w1, FAST))
+        x2 = tl.fma(x2, scale, noise_bound(w2, FAST))
+        x3 = tl.fma(x3, scale, noise_bound(w3, FAST))
         bound = tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3))
         bound = tl.where(bound == bound, bound, -float("inf"))
         place = tl.where(bound > greatest, quarters, place)
@@ -116,14 +135,10 @@ def best_of_block(
     top, quarter, second = tl.reduce((greatest, place, others), 0, two_best)
     best = packed(tl.full([], -float("inf"), tl.float32), first * 4)
     if top > -float("inf"):
-        if warm:
-            best = best_of_quarter(X, n, quarter, seed, position, scale, tau, limit)
-            score = in_order((best >> 32).to(tl.int32))
-            # Not of infinities, whose difference is NaN
-            certain = second < score - (SLACK + tl.abs(score) * 1e-6)
-            if not certain:
-                best = best_of_all(X, n, first, seed, position, scale, tau, limit, COUNT, REPEATS)
-        else:
-            four = quarter * 4 + tl.arange(0, 4)
-            best = tl.max(packed(load_logits(X, four, four < n), four), 0)
+        best = best_of_quarter(X, n, quarter, seed, position, scale, tau, limit)
+        score = in_order((best >> 32).to(tl.int32))
+        # Not of infinities, whose difference is NaN
+        certain = second < score - (SLACK + tl.abs(score) * 1e-6)
+        if not certain:
+            best = best_of_all(X, n, first, seed, position, scale, tau, limit, COUNT, REPEATS)
     return best

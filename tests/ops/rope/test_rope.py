@@ -255,12 +255,17 @@ def test_hugging_face_call() -> None:
 # ---- what only binaries do ----------------------------------------------------------------------------------
 
 
-def by_token(monkeypatch: pytest.MonkeyPatch) -> tuple[Rotary, set[str]]:
-    """The op on sm90's kernels, where a program takes a whole token however few there are, and the forms it took."""
+def by_token(monkeypatch: pytest.MonkeyPatch, persistent: bool = False) -> tuple[Rotary, set[str]]:
+    """The op on sm90's kernels, where a program takes a whole token however few there are or, persistent, walks them
+    with one other, and the forms it took."""
     op = bound_op(RoPE, built_pack("sm90"), InterpreterDriver)
     assert isinstance(op, Rotary)
     kernel, taken = op._own.bound[-1].kernels["rope"], set()
-    few = {key: [entry for entry in rows if "-tokens-" in entry[2]] for key, rows in kernel._few.items()}
+
+    def is_taken(name: str) -> bool:
+        return "-tokens-" in name and ("-persistent1-" in name) == persistent
+
+    few = {key: [entry for entry in rows if is_taken(entry[2])] for key, rows in kernel._few.items()}
     monkeypatch.setattr(kernel, "_few", few)
     load = kernel._load
 
@@ -268,9 +273,9 @@ def by_token(monkeypatch: pytest.MonkeyPatch) -> tuple[Rotary, set[str]]:
         loaded = load(name)
         launch = loaded.launch
 
-        def launched(*arguments: Any) -> None:
+        def launched(device: int, stream: int, programs: int, *arguments: Any) -> None:
             taken.add(name.split("-")[1])
-            launch(*arguments)
+            launch(device, stream, 2 if loaded.persistent else programs, *arguments)
 
         loaded.launch = launched
         return loaded
@@ -292,8 +297,11 @@ def by_token(monkeypatch: pytest.MonkeyPatch) -> tuple[Rotary, set[str]]:
     ],
     ids=str,
 )
-def test_whole_tokens(monkeypatch: pytest.MonkeyPatch, poisoned: None, case: Case, inplace: bool) -> None:
-    op, taken = by_token(monkeypatch)
+@pytest.mark.parametrize("persistent", [False, True])
+def test_whole_tokens(
+    monkeypatch: pytest.MonkeyPatch, poisoned: None, case: Case, inplace: bool, persistent: bool
+) -> None:
+    op, taken = by_token(monkeypatch, persistent)
     _, (q, k, cos, sin, _), named = op_and_tensors(case)
     wanted = RoPE()(q, k, cos, sin, **named)
     q, k = q.detach().clone(memory_format=torch.preserve_format), k.detach().clone()

@@ -18,6 +18,7 @@ from liger_aot.ops.differentiable import DifferentiableOp, Tensors
 from liger_aot.ops.in_place import share_an_element
 from liger_aot.ops.op import check_same_device, check_tensor, written
 from liger_aot.runtime.dispatch import OpOn
+from liger_aot.runtime.grid import programs_of
 from liger_aot.runtime.layout import layouts_of, overlap
 from liger_aot.runtime.remembered import remember
 
@@ -242,7 +243,7 @@ class Rotary(DifferentiableOp):
             loaded, by_token = kernel(key, call.n), False
         q_programs, k_programs = (-(-placed[0] // loaded.rows) for placed in (plan.q, plan.k))
         arguments = (*plan.q, *plan.k, q_programs, *plan.index, *call.arguments)
-        programs = plan.tokens if by_token else q_programs + k_programs
+        programs = programs_of(on, loaded, plan.tokens) if by_token else q_programs + k_programs
         found = plan.variants[aligned] = (loaded.launch, programs, arguments)
         return found
 

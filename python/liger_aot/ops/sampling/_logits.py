@@ -18,6 +18,7 @@ from liger_aot.ops.forward_only import ForwardOnlyOp
 from liger_aot.ops.op import as_rows, check_rows, check_same_device
 from liger_aot.ops.sampling._random import LOG2_E, fma, log2, masses
 from liger_aot.runtime.dispatch import OpOn
+from liger_aot.runtime.grid import programs_of
 from liger_aot.runtime.layout import layouts_of, rows_of
 from liger_aot.runtime.remembered import remember
 
@@ -240,14 +241,12 @@ class Collection:
         self._device, self._rows, self._groups = on.device, rows, -(-n // GROUP)
         self._find = on.kernels["logits_bracket"].for_rows(key, n, rows)
         self._collect = collect = on.kernels["logits_collect"].for_rows(key, n, rows)
-        programs = -(-n // collect.block)
+        blocks = -(-n // collect.block)
         self.ranked = top_k and rows <= collect.numbers["few_rows"]
         self.bracketed = top_p
         self.needed = self.ranked or self.bracketed
-        if collect.persistent and not self.ranked:  # they walk the blocks where rows are many
-            most = collect.numbers["programs_per_multiprocessor"] * on.multiprocessors
-            programs = max(1, min(programs, most // rows))
-        self._programs = programs  # of a row
+        # of a row; they walk its blocks where rows are many, but for those of a small top-k
+        self._programs = blocks if self.ranked else max(1, programs_of(on, collect, rows * blocks) // rows)
 
     def __call__(
         self,
