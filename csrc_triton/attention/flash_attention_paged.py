@@ -165,7 +165,7 @@ DECLARATION = {
                 "least": "i32",
             },
             "axes": {**DTYPES, "head_dim": HEAD_DIMS, "wide": [False, True], "box_keys": [16, 64]},
-            # boxes of 64 keys are for many rows: with few, memory is the bound
+            # boxes of 64 keys, of pages of 64 and more: for many rows of 128 columns, whose producers are the bound
             "excluded": [{"wide": [False], "box_keys": [64]}, {"head_dim": [64, 256], "box_keys": [64]}],
             "gives": {
                 # many rows are of few sequences: their keys are split alike

@@ -245,7 +245,9 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, CAPPED: gl.constexpr, 
                     acc, acc2 = issue_pv(p, v, before, acc, acc2, z)
                     s = warpgroup_mma_wait(1, deps=(s,))
                     mbarrier.arrive(k.empty.index(stage), count=1)
-                    e, new_m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z, CAPPED)
+                    e, new_m = probabilities(
+                        s, key, low, high, every_low, every_high, scale, cap, m, z, CAPPED
+                    )
                     by = gl.exp2(m - new_m)
                     m = new_m
                     sums = scale_rows(sums, by) + partial_row_sums(e)
@@ -340,12 +342,13 @@ def split_pages(
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
     ``tiles_per_sequence``. Where that is 0 (BY_LENGTHS), a program for each of (slots, heads of K) instead, as many
-    slots as ``tiles`` says, sequences in at most ``splits`` parts of ``least`` blocks and more: see ``key_parts.Split``.
+    slots as ``tiles`` says, sequences in at most ``splits`` parts of ``least`` blocks and more: see
+    ``key_parts.Split``.
 
     All programs zero tokens behind the last one: tiles of their own, mostly without any, took places on the GPU that
-    others waited for. K and V are tensor maps over (page, head, row, column) with boxes of BOX_KEYS keys and 64 columns,
-    which PRODUCERS warps load: two take K and V. Without CAPPED, cap must be 0. The other arguments are as in
-    ``paged_tiles``.
+    others waited for. K and V are tensor maps over (page, head, row, column) with boxes of BOX_KEYS keys and 64
+    columns, loaded by one producer warp or by two, K and V each. Without CAPPED, cap must be 0. The other arguments are
+    as in ``paged_tiles``.
 
     DEPENDENT: a dependent launch. Behind ``paged_warp_specialized`` of the same call, whose results are not ours,
     programs start as its programs end, and wait only when they are done, for what comes next waits for this kernel

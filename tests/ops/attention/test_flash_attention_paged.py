@@ -619,6 +619,9 @@ UNLIKE = (
 def test_keys_split_by_lengths(seed: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_aot.ops.attention._paged.least_blocks", lambda numbers: 1)
     monkeypatch.setattr("liger_aot.ops.attention._paged.by_lengths", lambda *of_call: True)
+    monkeypatch.setattr(
+        "liger_aot.ops.attention._paged.split_for", lambda on, call, queries: split_kernel(on, call, False)
+    )
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check(op, UNLIKE[seed], REFERENCE, seed=seed)
     assert all(plan._tiles._combine_numbers[8] for plan in op._plans.values())  # slots
