@@ -178,7 +178,9 @@ DECLARATION = {
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
             "forms": {
                 "warp_specialized": SPLIT,
-                "warp_specialized_spills": {**SPLIT, "may_spill": "a few arguments, before the warps part"},
+                "warp_specialized_spills": {
+                    **SPLIT, "defaults": {"PDL": 0}, "may_spill": "a few arguments, before the warps part",
+                },
             },
         },
         "flash_attention_paged_combine": {
