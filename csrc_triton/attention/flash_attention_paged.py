@@ -21,27 +21,29 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from csrc_triton.attention.flash_attention_varlen import TILE_DISTANCE, BroadcastOutput, zero_stage
 from csrc_triton.attention.forward import consume_tile
+from csrc_triton.attention.key_parts import (
+    SEQUENCES,
+    Split,
+    chunk_of,
+    keys_in_cache,
+    parts_of,
+    slots_before,
+    work_of,
+)
 from csrc_triton.attention.online_softmax import ping_pong_arrive
 from csrc_triton.attention.paged import (
     HEAD_DIMS,
-    SEQUENCES,
     PagedSequences,
-    Split,
     attend_pages,
-    chunk_of,
     fill_paged_window,
     finalise,
     find_rows,
-    keys_in_cache,
     load_pages,
     load_rows_of_q,
     paged_pipeline,
     pages_of_block,
-    parts_of,
     report_keys,
     scheduler_of,
-    slots_before,
-    work_of,
     zero_unseen,
 )
 from csrc_triton.attention.paged_split import split_pages  # noqa: F401
@@ -81,12 +83,15 @@ FORM = {
 }  # fmt: skip
 SPLIT = {
     "function": "split_pages",
-    "constants": ["BLOCK_N", "HEAD_DIM", "STAGES", "WARP_GROUPS", "BY_LENGTHS", "DEPENDENT", "PDL"],
-    "defaults": {"PDL": 0},
+    "constants": [
+        "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "WARP_GROUPS", "PRODUCERS", "CAPPED", "BY_LENGTHS", "DEPENDENT",
+        "PDL",
+    ],
+    "defaults": {"PRODUCERS": 1, "CAPPED": 1, "PDL": 0},
     "pdl": "DEPENDENT",
     # by the producer warp, whose code comes first and which starts when the others have waited
     "loads_before_wait": 40,
-}
+}  # fmt: skip
 
 DECLARATION = {
     "op": "flash_attention_paged",
@@ -153,13 +158,15 @@ DECLARATION = {
             "always_aligned": True,
             "matrix": True,
             "arguments": {
-                "K": "dtype[1, 1, 16, 64]", "V": "dtype[1, 1, 16, 64]", "OUT": "*dtype", **RESULTS, "Q": "*dtype",
-                "SINKS": "*fp32", **BATCH, "out_token": "i32", "out_head": "i32", "q_token": "i32", "q_head": "i32",
-                "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32", **SIZES,
-                "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32",
+                "K": "dtype[1, 1, BOX_KEYS, 64]", "V": "dtype[1, 1, BOX_KEYS, 64]", "OUT": "*dtype", **RESULTS,
+                "Q": "*dtype", "SINKS": "*fp32", **BATCH, "out_token": "i32", "out_head": "i32", "q_token": "i32",
+                "q_head": "i32", "table_row": "i32", "scale": "fp32", "cap": "fp32", "ratio": "i32", "dim": "i32",
+                **SIZES, "tiles": "i32", "kv_heads": "i32", "tiles_per_sequence": "i32", "splits": "i32",
                 "least": "i32",
             },
-            "axes": {**DTYPES, "head_dim": HEAD_DIMS, "wide": [False, True]},
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS, "wide": [False, True], "box_keys": [16, 64]},
+            # boxes of 64 keys, of pages of 64 and more: for many rows of 128 columns, whose producers are the bound
+            "excluded": [{"wide": [False], "box_keys": [64]}, {"head_dim": [64, 256], "box_keys": [64]}],
             "gives": {
                 # many rows are of few sequences: their keys are split alike
                 "wide": {
@@ -171,7 +178,9 @@ DECLARATION = {
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "out_token", "out_head", "q_token", "q_head", "dim"],
             "forms": {
                 "warp_specialized": SPLIT,
-                "warp_specialized_spills": {**SPLIT, "may_spill": "a few arguments, before the warps part"},
+                "warp_specialized_spills": {
+                    **SPLIT, "defaults": {"PDL": 0}, "may_spill": "a few arguments, before the warps part",
+                },
             },
         },
         "flash_attention_paged_combine": {
@@ -182,7 +191,7 @@ DECLARATION = {
                 "tokens": "i32", "few": "i32", "splits": "i32", "slots": "i32", "least": "i32", "capacity": "i32",
                 "left": "i32", "ratio": "i32", "tile_rows": "i32", "key_bits": "i32",
             },
-            "axes": {**DTYPES, "head_dim": HEAD_DIMS},
+            "axes": {**DTYPES, "head_dim": HEAD_DIMS},  # n is the number of parts
             "aligned": ["OUT", "OUT_PARTIAL", "out_token", "out_head", "dim"],
             "forms": {
                 "tiles": {
@@ -191,7 +200,7 @@ DECLARATION = {
                     "defaults": {"BY_LENGTHS": 0, "PDL": 0},
                     "pdl": "PDL",
                     # CU_SEQLENS_Q and SEQUSED_K, for which the kernel before has waited before it let this one start
-                    "loads_before_wait": 24,
+                    "loads_before_wait": 40,
                 }
             },
         },
@@ -299,6 +308,38 @@ def paged_tiles(
 
 
 @triton.jit
+def parts_of_row(place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS: tl.constexpr):
+    """Where a row's result goes and what it is made of, of the ``place``-th row of (sequence, token of ``split.few``,
+    head): (the row among all tokens, its head, how many parts it has, where the first is, from one to the next). A row
+    that is not there, or done, has no parts."""
+    of_token = place // heads
+    head = place - of_token * heads
+    sequence = of_token // split.few
+    token = of_token - sequence * split.few
+    start_q, len_q = span(split.cu_seqlens_q, sequence, split.sequences, split.tokens)
+    parts = split.most
+    begin = place.to(tl.int64)
+    step = (split.sequences * split.few * heads).to(tl.int64)
+    if BY_LENGTHS:  # noqa: SIM102 (the outer is the compiler's)
+        if split.slots > 0:
+            tiles, blocks = work_of(sequence, split)
+            parts = parts_of(blocks, chunk, split)
+            offsets = tl.arange(0, SEQUENCES)
+            slot = slots_before(offsets, near_tiles, near_blocks, sequence, chunk, split)
+            kv_heads = heads // split.ratio
+            kv_head = head // split.ratio
+            row = token * split.ratio + (head - kv_head * split.ratio)
+            tile = row // split.rows
+            own_rows = tl.minimum(split.few * split.ratio, split.rows)
+            first_slot = ((slot + tile) * kv_heads + kv_head).to(tl.int64)
+            begin = first_slot * own_rows + (row - tile * split.rows)
+            step = (tiles * kv_heads).to(tl.int64) * own_rows
+            parts = tl.where(parts > 1, parts, 0)
+    there = (token < len_q) & (len_q <= split.few)
+    return start_q + token, head, tl.where(there, parts, 0), begin, step
+
+
+@triton.jit
 def combine_paged(
     OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, SINKS, CU_SEQLENS_Q, SEQUSED_K, out_token, out_head, heads, dim, sequences,
     tokens, few, splits, slots, least, capacity, left, ratio, tile_rows, key_bits,
@@ -307,72 +348,57 @@ def combine_paged(
     """Rows from their parts, BLOCK_SPLITS of them at a time: (sequence, token of ``few``, head), of which each program
     takes every num_programs-th. Where ``slots`` is 0 all rows have ``splits`` parts, one behind the other as rows are;
     else (BY_LENGTHS) as many as ``split_pages`` made, in its programs' order, from ``least`` to ``key_bits`` as there;
-    rows of one part are done."""
-    program = tl.program_id(0)
-    rows = sequences * few * heads
-    offsets = tl.arange(0, SEQUENCES)
-    near_tiles = tl.zeros([SEQUENCES], tl.int32)
-    near_blocks = near_tiles
-    chunk = splits
+    rows of one part are done. What lengths say of a program's first row is loaded before the wait for the parts."""
     split = Split(
         CU_SEQLENS_Q, SEQUSED_K, sequences, tokens, capacity, left, few, ratio, slots, splits, least, tile_rows,
         key_bits,
     )  # fmt: skip
+    near_tiles = tl.zeros([SEQUENCES], tl.int32)
+    near_blocks = near_tiles
+    chunk = splits
     if BY_LENGTHS:  # noqa: SIM102 (the outer is the compiler's)
         if slots > 0:
-            chunk, near_tiles, near_blocks = chunk_of(offsets, split)
+            chunk, near_tiles, near_blocks = chunk_of(tl.arange(0, SEQUENCES), split)
+    place = tl.program_id(0)
+    row, head, parts, begin, step = parts_of_row(
+        place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS
+    )
     if PDL:  # see ``flash_decoding.combine``
-        rows = wait_for_previous(rows)
-    for n in range((rows - program + tl.num_programs(0) - 1) // tl.num_programs(0)):
-        place = program + n * tl.num_programs(0)
-        of_token = place // heads
-        head = place - of_token * heads
-        sequence = of_token // few
-        token = of_token - sequence * few
-        start_q, len_q = span(CU_SEQLENS_Q, sequence, sequences, tokens)
-        if (token < len_q) & (len_q <= few):
-            parts = splits
-            begin = place.to(tl.int64)
-            step = rows.to(tl.int64)  # from one part to the next
-            if BY_LENGTHS:  # noqa: SIM102
-                if slots > 0:
-                    tiles, blocks = work_of(sequence, split)
-                    parts = parts_of(blocks, chunk, split)
-                    slot = slots_before(offsets, near_tiles, near_blocks, sequence, chunk, split)
-                    kv_heads = heads // ratio
-                    kv_head = head // ratio
-                    row = token * ratio + (head - kv_head * ratio)
-                    tile = row // tile_rows
-                    own_rows = tl.minimum(few * ratio, tile_rows)
-                    first_slot = ((slot + tile) * kv_heads + kv_head).to(tl.int64)
-                    begin = first_slot * own_rows + (row - tile * tile_rows)
-                    step = (tiles * kv_heads).to(tl.int64) * own_rows
-            if (parts > 1) | (slots == 0):
-                columns = tl.arange(0, HEAD_DIM)
-                keep = columns < dim
-                acc = tl.zeros([HEAD_DIM], tl.float32)
-                m = -1.0e30
-                total = 0.0
-                for first in range(0, parts, BLOCK_SPLITS):
-                    part = first + tl.arange(0, BLOCK_SPLITS)
-                    to = begin + part * step
-                    lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
-                    some = lse != float("-inf")
-                    values = tl.load(
-                        OUT_PARTIAL + to[:, None] * dim + columns[None, :],
-                        mask=some[:, None] & keep[None, :],
-                        other=0.0,
-                    )
-                    new_m = tl.maximum(m, tl.max(lse, 0))
-                    weights = tl.exp2(lse - new_m)
-                    by = tl.exp2(m - new_m)
-                    m = new_m
-                    total = total * by + tl.sum(weights, 0)
-                    acc = acc * by + tl.sum(values * weights[:, None], 0)
-                lse, by = finalise(m, total, SINKS, head)
-                at = OUT + (start_q + token).to(tl.int64) * out_token + head.to(tl.int64) * out_head
-                tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)
-                tl.store(LSE + head.to(tl.int64) * tokens + (start_q + token), lse)
+        parts = wait_for_previous(parts)
+    columns = tl.arange(0, HEAD_DIM)
+    keep = columns < dim
+    rows = sequences * few * heads
+    while place < rows:
+        if parts > 0:
+            acc = tl.zeros([HEAD_DIM], tl.float32)
+            m = -1.0e30
+            total = 0.0
+            for first in range(0, parts, BLOCK_SPLITS):
+                part = first + tl.arange(0, BLOCK_SPLITS)
+                to = begin + part * step
+                lse = tl.load(LSE_PARTIAL + to, mask=part < parts, other=float("-inf"))
+                values = tl.load(
+                    OUT_PARTIAL + to[:, None] * dim + columns[None, :],
+                    mask=(part < parts)[:, None] & keep[None, :],
+                    other=0.0,
+                )
+                # a part without keys has no values: anything may lie there
+                values = tl.where((lse != float("-inf"))[:, None], values, 0.0)
+                new_m = tl.maximum(m, tl.max(lse, 0))
+                weights = tl.exp2(lse - new_m)
+                by = tl.exp2(m - new_m)
+                m = new_m
+                total = total * by + tl.sum(weights, 0)
+                acc = acc * by + tl.sum(values * weights[:, None], 0)
+            lse, by = finalise(m, total, SINKS, head)
+            at = OUT + row.to(tl.int64) * out_token + head.to(tl.int64) * out_head
+            tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)
+            tl.store(LSE + head.to(tl.int64) * tokens + row, lse)
+        place += tl.num_programs(0)
+        if place < rows:
+            row, head, parts, begin, step = parts_of_row(
+                place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS
+            )
 
 
 # ---- Warp groups (Gluon, Hopper) ----

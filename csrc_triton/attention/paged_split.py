@@ -1,6 +1,6 @@
 """Few queries of each sequence against a paged cache, with TMA and wgmma (Gluon, Hopper): split KV by pages.
 
-A producer warp loads pages of keys and values by TMA, box by box; one or two consumer warp groups compute. As in
+A producer warp or two load pages of keys and values by TMA, box by box; one or two consumer warp groups compute. As in
 ``flash_attention_paged.paged_tiles``, the queries of a token that share a head of keys are rows of one tile, of 64
 rows a warp group, as wgmma multiplies so many; several programs split a tile's keys where there are too few tiles, or
 where sequences may differ in length, and ``combine_paged`` combines their parts. With one warp group memory is the
@@ -9,7 +9,8 @@ What counts is that loads are on their way from the first block to the last, wha
 waited for and handed back by barriers alone. Two warp groups are for more rows, a chunk of a prompt: its keys are
 loaded half as often.
 
-Boxes are of 16 keys, which all page sizes are multiples of.
+Boxes are of 16 keys, which all page sizes are multiples of, or of 64: a warp takes as long for eight boxes of 16 keys
+of K and of V as two warp groups for the block.
 """
 
 import triton
@@ -18,6 +19,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 from triton.language.core import _aggregate as aggregate
 
+from csrc_triton.attention.key_parts import (
+    SEQUENCES,
+    Split,
+    chunk_of,
+    keys_in_cache,
+    parts_of,
+    sequence_of_slot,
+    work_of,
+)
 from csrc_triton.attention.online_softmax import (
     issue_pv,
     issue_qk,
@@ -28,19 +38,12 @@ from csrc_triton.attention.online_softmax import (
     wait_pv,
 )
 from csrc_triton.attention.paged import (
-    SEQUENCES,
     PagedSequences,
-    Split,
-    chunk_of,
     finalise,
-    keys_in_cache,
     load_pages,
     paged_pipeline,
     pages_of_block,
-    parts_of,
     report_keys,
-    sequence_of_slot,
-    work_of,
 )
 from csrc_triton.attention.pipeline import Pipeline, Sizes
 from csrc_triton.attention.varlen import report, span
@@ -183,10 +186,11 @@ def zero_edge(v, stage, key, tile, z):
 
 
 @gluon.jit
-def probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z):
+def probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z, CAPPED: gl.constexpr):
     """Scores of the block from ``key`` on to (probabilities, each row's largest score)."""
-    if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
-        s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
+    if CAPPED:  # noqa: SIM102 (the outer is the compiler's)
+        if cap != 0.0:  # tanh(x) = 1 - 2 / (1 + exp(2 x))
+            s = 1.0 - 2.0 / (1.0 + gl.exp2(s * (cap * 2.8853900817779268)))
     if (key < every_low) | (key + z.BLOCK_N > every_high):
         s = mask_scores(s, key, (low, high), True)
     new_m = gl.maximum(m, gl.max(s, 1) * scale)
@@ -194,7 +198,7 @@ def probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z):
 
 
 @gluon.jit
-def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
+def consume(z, q, k, v, operands, tile, seqs, scale, cap, CAPPED: gl.constexpr, g: gl.constexpr):
     """Consumer warp group g: scores, softmax and values of 64 of a tile's rows, and their results. Where there are two
     warp groups, products are the bound: scores of a block are computed beside the values of the block before."""
     ratio = seqs.ratio
@@ -224,7 +228,7 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
                 mbarrier.wait(k.full.index(0), 0)
                 s = warpgroup_mma_wait(0, deps=(issue_qk(q, g, k, 0 * blocks, z),))
                 mbarrier.arrive(k.empty.index(0), count=1)
-                e, m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z)
+                e, m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z, CAPPED)
                 sums = partial_row_sums(e)
                 p = to_x2(e, v.first.dtype)
                 for b in range(1, blocks):
@@ -241,7 +245,9 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
                     acc, acc2 = issue_pv(p, v, before, acc, acc2, z)
                     s = warpgroup_mma_wait(1, deps=(s,))
                     mbarrier.arrive(k.empty.index(stage), count=1)
-                    e, new_m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z)
+                    e, new_m = probabilities(
+                        s, key, low, high, every_low, every_high, scale, cap, m, z, CAPPED
+                    )
                     by = gl.exp2(m - new_m)
                     m = new_m
                     sums = scale_rows(sums, by) + partial_row_sums(e)
@@ -262,7 +268,7 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
                 mbarrier.wait(k.full.index(stage), phase)
                 s = warpgroup_mma_wait(0, deps=(issue_qk(q, g, k, stage, z),))
                 mbarrier.arrive(k.empty.index(stage), count=1)
-                e, new_m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z)
+                e, new_m = probabilities(s, key, low, high, every_low, every_high, scale, cap, m, z, CAPPED)
                 by = gl.exp2(m - new_m)
                 m = new_m
                 sums = scale_rows(sums, by) + partial_row_sums(e)
@@ -290,21 +296,24 @@ def consume(z, q, k, v, operands, tile, seqs, scale, cap, g: gl.constexpr):
 
 
 @gluon.jit
-def produce(z, K, V, k, v, tile, seqs, FLAG):
-    """The producer warp: loads the blocks that ``consume`` takes, in its order."""
-    pages = pages_of_block(tile.sequence, tile.first * z.BLOCK_N, tile.start, tile.stop, seqs, 16, z)
+def produce(z, K, V, k, v, tile, seqs, FLAG, KEYS: gl.constexpr, VALUES: gl.constexpr):
+    """A producer warp: loads K (KEYS) and V (VALUES) of the blocks that ``consume`` takes, in its order."""
+    BOX_KEYS: gl.constexpr = K.block_shape[2]
+    pages = pages_of_block(tile.sequence, tile.first * z.BLOCK_N, tile.start, tile.stop, seqs, BOX_KEYS, z)
     for b in range(tile.last - tile.first):
         key = (tile.first + b) * z.BLOCK_N
         stage = b % z.STAGES
         phase = ((b // z.STAGES) & 1) ^ 1
         # of the next block: they arrive while this one's stage is waited for
-        following = pages_of_block(tile.sequence, key + z.BLOCK_N, tile.start, tile.stop, seqs, 16, z)
-        mbarrier.wait(k.empty.index(stage), phase)
-        to, full = k.first.index(stage), k.full.index(stage)
-        load_pages(K, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, True, z)
-        mbarrier.wait(v.empty.index(stage), phase)
-        to, full = v.first.index(stage), v.full.index(stage)
-        load_pages(V, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, False, z)
+        following = pages_of_block(tile.sequence, key + z.BLOCK_N, tile.start, tile.stop, seqs, BOX_KEYS, z)
+        if KEYS:
+            mbarrier.wait(k.empty.index(stage), phase)
+            to, full = k.first.index(stage), k.full.index(stage)
+            load_pages(K, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, True, z)
+        if VALUES:
+            mbarrier.wait(v.empty.index(stage), phase)
+            to, full = v.first.index(stage), v.full.index(stage)
+            load_pages(V, pages, tile.head, key, tile.start, tile.stop, to, full, seqs, FLAG, False, z)
         pages = following
 
 
@@ -327,20 +336,29 @@ def split_pages(
     K, V, OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, Q, SINKS, CU_SEQLENS_Q, SEQUSED_K, TABLE, FLAG, out_token, out_head,
     q_token, q_head, table_row, scale, cap, ratio, dim, sequences, tokens, capacity, pages, page_bits, right, left,
     max_seqlen_q, few, tiles, kv_heads, tiles_per_sequence, splits, least,
-    BLOCK_N: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr, WARP_GROUPS: gl.constexpr,
-    BY_LENGTHS: gl.constexpr, DEPENDENT: gl.constexpr, PDL: gl.constexpr,
+    BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr, STAGES: gl.constexpr,
+    WARP_GROUPS: gl.constexpr, PRODUCERS: gl.constexpr, CAPPED: gl.constexpr, BY_LENGTHS: gl.constexpr,
+    DEPENDENT: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a tile's keys: a program for each of (splits, heads of K, tiles of a head), of which each sequence has
     ``tiles_per_sequence``. Where that is 0 (BY_LENGTHS), a program for each of (slots, heads of K) instead, as many
-    slots as ``tiles`` says, sequences in at most ``splits`` parts of ``least`` blocks and more: see ``paged.Split``.
+    slots as ``tiles`` says, sequences in at most ``splits`` parts of ``least`` blocks and more: see
+    ``key_parts.Split``.
 
     All programs zero tokens behind the last one: tiles of their own, mostly without any, took places on the GPU that
-    others waited for. K and V are tensor maps over (page, head, row, column) with boxes of 16 keys and 64 columns. The
-    other arguments are as in ``paged_tiles``.
+    others waited for. K and V are tensor maps over (page, head, row, column) with boxes of BOX_KEYS keys and 64
+    columns, loaded by one producer warp or by two, K and V each. Without CAPPED, cap must be 0. The other arguments are
+    as in ``paged_tiles``.
 
     DEPENDENT: a dependent launch. Behind ``paged_warp_specialized`` of the same call, whose results are not ours,
     programs start as its programs end, and wait only when they are done, for what comes next waits for this kernel
     alone. That kernel started when all before it had ended, and runs where ``max_seqlen_q`` is more than ``few``."""
+    BLOCK_M: gl.constexpr = 64 * WARP_GROUPS
+    z = Sizes(BLOCK_N, HEAD_DIM, 0, 64, STAGES, WARP_GROUPS, 0, 0)
+    k = paged_pipeline(K, STAGES, z)
+    v = paged_pipeline(V, STAGES, z)
+    rows_of_q = gl.allocate_shared_memory(K.dtype, [WARP_GROUPS, 1, 1, 64, HEAD_DIM], K.layout)
+    q = Pipeline(rows_of_q, rows_of_q, k.full, k.empty)
     if DEPENDENT:
         sequences = wait_for_previous_if((max_seqlen_q <= few).to(gl.int32), sequences)
     if PDL:  # noqa: SIM102 (the outer is the compiler's)
@@ -348,8 +366,6 @@ def split_pages(
         # lengths before its own.
         if splits > 1:
             launch_dependents()
-    BLOCK_M: gl.constexpr = 64 * WARP_GROUPS
-    z = Sizes(BLOCK_N, HEAD_DIM, 0, 64, STAGES, WARP_GROUPS, 0, 0)
     program = gl.program_id(0)
     split_head = program // tiles
     of_head = program - split_head * tiles
@@ -383,10 +399,6 @@ def split_pages(
             partial = program.to(gl.int64) * gl.minimum(few * ratio, BLOCK_M) - row
             reports = (number == before) & (sequence < sequences) & (head == 0)
             reported = sequence
-    k = paged_pipeline(K, STAGES, z)
-    v = paged_pipeline(V, STAGES, z)
-    rows_of_q = gl.allocate_shared_memory(K.dtype, [WARP_GROUPS, 1, 1, 64, HEAD_DIM], K.layout)
-    q = Pipeline(rows_of_q, rows_of_q, k.full, k.empty)
     if reports:
         report(FLAG, CU_SEQLENS_Q, reported, tokens, max_seqlen_q)
         report_keys(FLAG, SEQUSED_K, reported, capacity)
@@ -414,12 +426,24 @@ def split_pages(
     behind, _ = span(CU_SEQLENS_Q, sequences, sequences, tokens)
     zero_tokens(operands, head, number, programs_a_head, behind, tokens, ratio, K.dtype, HEAD_DIM)
     fence_async_shared()
-    if WARP_GROUPS == 2:
+    # the tuples stay literal: through a variable, constants would turn into run-time values
+    if WARP_GROUPS == 2 and PRODUCERS == 2:
         gl.warp_specialize(
             [
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, 0)),
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, 1)),
-                (produce, (z, K, V, k, v, own, seqs, FLAG)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, CAPPED, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, CAPPED, 1)),
+                (produce, (z, K, V, k, v, own, seqs, FLAG, True, False)),
+                (produce, (z, K, V, k, v, own, seqs, FLAG, False, True)),
+            ],
+            [4, 1, 1],
+            [232, 40, 40],
+        )
+    elif WARP_GROUPS == 2:
+        gl.warp_specialize(
+            [
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, CAPPED, 0)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, CAPPED, 1)),
+                (produce, (z, K, V, k, v, own, seqs, FLAG, True, True)),
             ],
             [4, 1],
             [232, 40],
@@ -427,8 +451,8 @@ def split_pages(
     else:
         gl.warp_specialize(
             [
-                (consume, (z, q, k, v, operands, own, seqs, scale, cap, 0)),
-                (produce, (z, K, V, k, v, own, seqs, FLAG)),
+                (consume, (z, q, k, v, operands, own, seqs, scale, cap, CAPPED, 0)),
+                (produce, (z, K, V, k, v, own, seqs, FLAG, True, True)),
             ],
             [1],
             [40],

@@ -4,6 +4,7 @@ device code on Triton's interpreter and as threads with real barriers."""
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,14 @@ from torch import Tensor
 import liger_aot
 from liger_aot.errors import ArgumentError, ArgumentTypeError
 from liger_aot.ops.attention._operands import LOG2_E
-from liger_aot.ops.attention._paged import NAME, head_dim_of
+from liger_aot.ops.attention._paged import (
+    NAME,
+    Call,
+    PagedSettings,
+    head_dim_of,
+    split_kernel,
+    splits_for,
+)
 from liger_aot.ops.attention._varlen import MAX_TOKENS
 from liger_aot.ops.attention.flash_attention_paged import FlashAttentionPaged
 from liger_aot.ops.torch_library import register
@@ -294,7 +302,8 @@ LAUNCHES: dict[str, tuple[Problem, tuple[str, int] | None, Any, bool]] = {
     "no mask, few queries": (Problem(4, 2, (30,), (300,), 128, causal=False, splits=1), None, (SPLIT, None), False),
     "fp8": (Problem(4, 2, (300,), (300,), 128, cache=E4M3), None, WIDE, False),
     "decoding, fp8": (Problem(8, 2, (1, 1), (900, 900), 128, cache=E4M3, splits=3), None, NARROW, True),
-    "decoding": (Problem(8, 2, (1, 1), (900, 900), 128, splits=3), None, NARROW, True),
+    "decoding": (Problem(8, 2, (1, 1), (900, 900), 128, splits=3), None, (SPLIT, None), True),
+    "decoding of many": (Problem(8, 2, (1,) * 9, (900,) * 9, 128, splits=3), None, NARROW, True),
     "one split": (Problem(8, 2, (1, 1), (30, 30), 128, splits=1), None, NARROW, False),
     "16 rows a head": (Problem(32, 2, (1, 1), (30, 30), 128, splits=1), None, NARROW, False),
     "17 rows a head": (Problem(34, 2, (1, 1), (30, 30), 128, splits=1), None, (SPLIT, None), False),
@@ -430,9 +439,10 @@ def all_multiprocessors(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # How many rows a tile of the split kernel has, None: the forward kernel or the tiles.
 FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
-    "a chunk": ((128,), 8192, 128),
-    "a short chunk": ((64,), 1088, 128),
-    "a chunk of several": ((64,) * 4, 4160, 128),
+    "a chunk": ((128,), 32768, 128),
+    "short parts": ((128,), 8192, 64),
+    "a short chunk": ((64,), 1088, 64),
+    "a chunk of several": ((64,) * 4, 8256, 128),
     "half of the multiprocessors": ((256,), 8448, 128),
     "and few keys": ((256,), 2304, None),
     "fewer keys": ((128,), 640, None),
@@ -443,6 +453,7 @@ FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
     "two tiles": ((32, 32), 2048, 64),
     "one token": ((1,), 2048, 64),
     "a token of each of many": ((1,) * 32, 2048, None),
+    "four of each of more": ((4,) * 64, 1028, None),
 }
 
 
@@ -450,15 +461,34 @@ FEW_OR_MANY: dict[str, tuple[tuple[int, ...], int, int | None]] = {
 def test_which_kernel_splits_keys(name: str, all_multiprocessors: None) -> None:
     queries, keys, rows = FEW_OR_MANY[name]
     problem = Problem(32, 8, queries, (keys,) * len(queries), 128, known=True)
-    launches, loaded = launched(problem)
-    numbers = loaded[SPLIT].numbers if SPLIT in launches else {}
-    assert numbers.get("warp_groups", 1) * 64 == (rows or 64)
+    launches, _ = launched(problem)
     if rows:
         assert set(launches) == {SPLIT, COMBINE}
+        assert launches[COMBINE][-2] == rows
     else:
-        assert (FORWARD in launches) == (max(queries) > 1)
+        assert (FORWARD in launches) == (max(queries) > 4)
     if rows == 128:  # a block table may be far longer than its sequences
         assert FORWARD in launched(problem._replace(known=False))[0]
+
+
+def test_a_soft_cap_of_many_queries(all_multiprocessors: None) -> None:
+    """By one warp group where two have no code for it."""
+    problem = Problem(32, 8, (128,), (32768,), 128, softcap=30.0, known=True)
+    for page, groups in ((16, 1), (64, 2)):
+        launches, _ = launched(problem._replace(page=page))
+        assert set(launches) == {SPLIT, COMBINE}
+        assert launches[COMBINE][-2] == 64 * groups
+
+
+def test_many_tiles_of_a_head_take_two_programs_a_multiprocessor() -> None:
+    """Their keys come from L2: as many programs as there are places; with one tile memory is the bound."""
+    numbers = {"block_n": 64, "startup_blocks": 2, "ctas_to_saturate": 1}
+    loaded: Any = SimpleNamespace(numbers=numbers, variant=SimpleNamespace(resident=2))
+    on: Any = SimpleNamespace(multiprocessors=132)
+    for count, queries, keys, splits in ((8, 16, 2064, 2), (4, 32, 2080, 4), (1, 64, 8256, 8)):
+        q, k, _, _, _, table, *_ = Problem(32, 8, (queries,) * count, (keys,) * count, 128).tensors()
+        call = Call(q, k, table, PagedSettings(queries, keys, 1.0, -1, 0, 0.0, 0))
+        assert splits_for(on, loaded, call, queries, 0) == splits
 
 
 # ---- The binaries and the device code ----
@@ -588,7 +618,10 @@ UNLIKE = (
 @pytest.mark.parametrize("seed", range(len(UNLIKE)))
 def test_keys_split_by_lengths(seed: int, nan_memory: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("liger_aot.ops.attention._paged.least_blocks", lambda numbers: 1)
-    monkeypatch.setattr("liger_aot.ops.attention._paged.by_lengths", lambda on, loaded, call, queries: True)
+    monkeypatch.setattr("liger_aot.ops.attention._paged.by_lengths", lambda *of_call: True)
+    monkeypatch.setattr(
+        "liger_aot.ops.attention._paged.split_for", lambda on, call, queries: split_kernel(on, call, False)
+    )
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check(op, UNLIKE[seed], REFERENCE, seed=seed)
     assert all(plan._tiles._combine_numbers[8] for plan in op._plans.values())  # slots
@@ -597,15 +630,20 @@ def test_keys_split_by_lengths(seed: int, nan_memory: None, monkeypatch: pytest.
 # By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.
 WIDE_SPLIT = (
     Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3, known=True),
-    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0), known=True),
+    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0), softcap=5.0, known=True),
     Problem(8, 1, (17, 1), (300, 200), 208, known=True),
-    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, softcap=5.0, known=True),
+    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, known=True),
 )
 
 
 @pytest.mark.interpreter
 @pytest.mark.parametrize("seed", range(len(WIDE_SPLIT)))
-def test_many_queries_by_warp_groups(seed: int, nan_memory: None, all_multiprocessors: None) -> None:
+def test_many_queries_by_warp_groups(
+    seed: int, nan_memory: None, all_multiprocessors: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "liger_aot.ops.attention._paged.split_for", lambda on, call, queries: split_kernel(on, call, True)
+    )
     op = bound_op(FlashAttentionPaged, tables_of("sm90"), GroupsDriver)
     check(op, WIDE_SPLIT[seed], REFERENCE, seed=seed)
     wide = [n for n in op._own.of(torch.empty(1), "q")._loaded if n.startswith(SPLIT) and "-wide-" in n]

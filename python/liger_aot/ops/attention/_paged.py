@@ -54,6 +54,7 @@ BOXES = (64, 16)  # keys of a TMA box, which pages are multiples of
 MAP_STRIDE = 1 << 38  # elements: a tensor map's strides are below
 PARTIAL_ELEMENTS = 1 << 28  # of all parts: 1 GiB
 NARROW_ROWS = 16  # of a head of keys, in one tile by plain kernels
+LONG_KEYS = 512  # of a sequence: fewer are faster by plain kernels where all multiprocessors have some
 FEW_ROWS = 128  # of a head of keys: with more they are worth the forward kernel, which has a tile a head of q
 SPLIT_BLOCK = 1.15  # what a block of keys takes the split kernel, in blocks of the forward kernel
 ROWS_COMBINED = 5  # in the time of a key of the forward kernel
@@ -303,12 +304,12 @@ class TilesPlan:
         each = -(-queries * shape.ratio // rows)
         found = tiles_of(shape.tokens * shape.ratio, rows, shape.sequences)
         by_sequence = self._mapped or few is not None or shape.sequences * each < found
-        slots = least = 0
+        slots = 0
+        least = least_blocks(numbers)
         if self._mapped:
             tiles = shape.sequences * each
-            least = least_blocks(numbers)
             mixed = few is not None
-            if mixed or by_lengths(on, loaded, call, queries):
+            if by_lengths(on, loaded, call, queries, mixed):
                 slots = slots_for(on, loaded, call, queries, mixed)
         elif by_sequence:
             tail = max(min(-(-shape.tokens * shape.ratio // rows), TAIL_PROGRAMS), 1)
@@ -350,7 +351,7 @@ class TilesPlan:
             self._rows = min(self._rows, on.multiprocessors * COMBINE_PROGRAMS)
         self._combine: Loaded | None = None
         if parts:
-            self._combine = on.kernels[f"{NAME}_combine"]((q.dtype, key[-1], True), shape.dim)
+            self._combine = on.kernels[f"{NAME}_combine"]((q.dtype, key[-1], True), splits)
         self._combine_numbers = (
             out_token, out_head, shape.heads, shape.dim, shape.sequences, shape.tokens, queries, splits, slots, least,
             shape.capacity, call.left, shape.ratio, rows, numbers["block_n"].bit_length() - 1,
@@ -474,33 +475,53 @@ def warp_specialized_for(on: OpOn, call: Call) -> Loaded | None:
 
 def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
     """The kernel with tensor maps for sequences of at most so many queries, None where there is none or another is
-    faster: the tiles for rows that they have in one, where all multiprocessors have some and keys are not split by the
-    sequences' lengths; another kernel for more rows than a warp group's two tiles, unless splitting keys is worth
-    combining them."""
-    kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
+    faster: the tiles for rows that they have in one, where all multiprocessors have some and keys are few or sequences
+    very many; another kernel for more rows than a warp group's two tiles, unless splitting keys is worth combining
+    them. Of those rows two warp groups a tile take long parts, one takes short ones: two programs a multiprocessor
+    start and end beside each other."""
+    shape = call.shape
     rows = queries * shape.ratio
-    wide = rows > FEW_ROWS
-    key = call.dtypes[0], head_dim_of(shape.dim), wide, True
-    if kernel is None or not call.mapped(on) or not kernel.serves(key):
+    narrow = split_kernel(on, call, False)
+    if rows > FEW_ROWS:
+        wide = split_kernel(on, call, True)
+        if wide is None or not split_pays(on, wide, call, queries):
+            return None
+        keys = call.blocks(1, queries) // splits_for(on, wide, call, queries, 0)
+        capped = call.settings.softcap and not wide.numbers.get("capped", 1)
+        return narrow if capped or keys < wide.numbers.get("least_keys", 0) else wide
+    if narrow is not None and rows <= NARROW_ROWS and shape.sequences * shape.kv_heads > on.multiprocessors:
+        few = call.blocks(1, queries) < LONG_KEYS
+        return None if few or not some_waves(on, narrow, call, queries) else narrow
+    return narrow
+
+
+def split_kernel(on: OpOn, call: Call, wide: bool) -> Loaded | None:
+    """The split kernel of one or two warp groups a tile, by the largest boxes that it has and pages are multiples of;
+    None without any."""
+    kernel, shape = on.kernels.get(f"{NAME}_split"), call.shape
+    if kernel is None or not call.mapped(on):
         return None
-    loaded = kernel(key, shape.dim)
-    if wide:
-        return loaded if split_pays(on, loaded, call, queries) else None
-    busy = shape.sequences * shape.kv_heads > on.multiprocessors
-    return None if busy and rows <= NARROW_ROWS and not by_lengths(on, loaded, call, queries) else loaded
+    keys = ((call.dtypes[0], head_dim_of(shape.dim), wide, n, True) for n in BOXES if not shape.page_size % n)
+    key = next((key for key in keys if kernel.serves(key)), None)
+    return None if key is None else kernel(key, shape.dim)
 
 
-def by_lengths(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
-    """Whether the kernel's programs are told apart by the sequences' lengths, on the device: where each multiprocessor
-    has a program and not many, and sequences may be longer than a part. Else their keys are split alike: with few
-    programs lengths cost more to read than they save, many even out, and a caller who asks for splits has as many."""
+def some_waves(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
+    """Whether each multiprocessor has a program of its own, and not very many, before keys are split."""
+    here, waves = on.multiprocessors, loaded.numbers.get("waves", 0)
+    return here < tiles_in(call, loaded.numbers, queries) <= waves * here * loaded.variant.resident
+
+
+def by_lengths(on: OpOn, loaded: Loaded, call: Call, queries: int, mixed: bool) -> bool:
+    """Whether the kernel's programs are told apart by the sequences' lengths, on the device: beside another kernel's
+    sequences (``mixed``), which are told apart as well, or where each multiprocessor has a program and not many, and
+    sequences may be longer than a part. Else their keys are split alike: with few programs lengths cost more to read
+    than they save, many even out, and a caller who asks for splits has as many."""
     numbers = loaded.numbers
-    waves = numbers.get("waves", 0)
-    if not waves or call.settings.splits:
+    if not numbers.get("waves", 0) or call.settings.splits:
         return False
-    programs = tiles_in(call, numbers, queries)
-    busy = on.multiprocessors < programs <= waves * on.multiprocessors * loaded.variant.resident
-    return busy and call.blocks(numbers["block_n"], queries) >= least_blocks(numbers)
+    long = call.blocks(numbers["block_n"], queries) >= least_blocks(numbers)
+    return mixed or (long and some_waves(on, loaded, call, queries))
 
 
 def least_blocks(numbers: Mapping[str, int]) -> int:
@@ -516,19 +537,16 @@ def tiles_bound(call: Call, rows: int, queries: int) -> int:
 
 
 def slots_for(on: OpOn, loaded: Loaded, call: Call, queries: int, mixed: bool) -> int:
-    """How many programs a head of keys has where keys are split by the sequences' lengths; 0: they are not. Beside
-    another kernel's sequences (``mixed``) as many as if all were alike, for combining takes time that it needs."""
+    """How many programs a head of keys has where keys are split by the sequences' lengths. Beside another kernel's
+    sequences (``mixed``) as many as if all were alike, for combining takes time that it needs."""
     shape, numbers = call.shape, loaded.numbers
-    waves = numbers.get("waves", 0)
-    if not waves or call.settings.splits:
-        return 0
     rows = rows_of(numbers)
     tiles = tiles_bound(call, rows, queries)
     parts = call.blocks(numbers["block_n"], queries) // least_blocks(numbers)
     if mixed:
         more = tiles * (splits_for(on, loaded, call, queries, 0) - 1)
     else:
-        more = waves * on.multiprocessors * loaded.variant.resident // shape.kv_heads
+        more = numbers["waves"] * on.multiprocessors * loaded.variant.resident // shape.kv_heads
     held = PARTIAL_ELEMENTS // (shape.kv_heads * min(queries * shape.ratio, rows) * (shape.dim + 1))
     return max(min(tiles + more, tiles * parts, held), tiles)
 
@@ -573,6 +591,8 @@ def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -
     programs = tiles_in(call, numbers, queries)
     here, places = on.multiprocessors, loaded.variant.resident
     saturating = numbers.get("ctas_to_saturate", places)
+    if 2 * programs <= here and queries * shape.ratio > rows_of(numbers):
+        saturating = places  # tiles of a head share its keys: not memory is the bound
     costs = DECODING if "block_m" in numbers else PAGED
     startup = numbers["startup_blocks"]
     splits = best_splits(programs, blocks, places * here, saturating * here, startup, most, costs)

@@ -258,9 +258,10 @@ class FlashAttentionPaged(ForwardOnlyOp):
         check_dim(self.name, dim)
         cache, width = (dtypes or {}).get("cache", dtype), head_dim_of(dim)
         found = [Problem(f"{NAME}_tiles", (dtype, cache, width, wide), True, dim) for wide in (False, True)]
-        found.append(Problem(f"{NAME}_combine", (dtype, width), True, dim))
+        found += [Problem(f"{NAME}_combine", (dtype, width), True, parts) for parts in (2, MAX_SPLITS)]
         if cache == dtype:
-            found += [Problem(f"{NAME}_split", (dtype, width, wide), True, dim) for wide in (False, True)]
+            by_box = [(False, 16), (True, 16), *([(True, 64)] if width == 128 else [])]
+            found += [Problem(f"{NAME}_split", (dtype, width, *rest), True, dim) for rest in by_box]
             axes = [(mask, box) for mask in ("causal", "local") for box in sorted(BOXES)]
             found += [
                 Problem(f"{NAME}_forward", (dtype, width, *rest), True, keys)
