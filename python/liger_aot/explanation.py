@@ -83,7 +83,7 @@ def explain(
             raise PackNotFound(f"pack {pack.arch} carries no {name}; it has {', '.join(pack.ops)}")
         manifests = {n: pack.op(n) for n in (op.name, *op.uses) if n in pack.ops}
         _check_arguments(further, problems, manifests.values())
-        carried = [p for p in problems if any(p.kernel in m.kernels for m in manifests.values())]
+        carried = [p for p in problems if _carries(manifests, p)]
         choices += [_choice(pack.arch, manifests, problem) for problem in carried or problems]
     return tuple(choices)
 
@@ -147,6 +147,15 @@ def _check_arguments(
             raise ArgumentError(
                 f"dtypes: no argument {argument!r}; there are: {', '.join(sorted(axes)) or 'none'}"
             )
+
+
+def _carries(manifests: Mapping[str, OpManifest], problem: Problem) -> bool:
+    """Whether the pack has the kernel in this form, or says why not: not every architecture and dtype has all."""
+    from liger_aot.runtime.dispatch import key_text
+
+    key = key_text((*problem.axes, problem.aligned))
+    kernels = [m.kernels[problem.kernel] for m in manifests.values() if problem.kernel in m.kernels]
+    return any(key in kernel.tables or key in kernel.absent for kernel in kernels)
 
 
 def _choice(arch: str, manifests: Mapping[str, OpManifest], problem: Problem) -> Choice:
