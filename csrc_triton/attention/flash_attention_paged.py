@@ -359,16 +359,14 @@ def combine_paged(
     if BY_LENGTHS:  # noqa: SIM102 (the outer is the compiler's)
         if slots > 0:
             chunk, near_tiles, near_blocks = chunk_of(tl.arange(0, SEQUENCES), split)
-    place = tl.program_id(0)
-    row, head, parts, begin, step = parts_of_row(
-        place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS
-    )
-    if PDL:  # see ``flash_decoding.combine``
-        parts = wait_for_previous(parts)
     columns = tl.arange(0, HEAD_DIM)
     keep = columns < dim
-    rows = sequences * few * heads
-    while place < rows:
+    for place in range(tl.program_id(0), sequences * split.few * heads, tl.num_programs(0)):
+        row, head, parts, begin, step = parts_of_row(
+            place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS
+        )
+        if PDL:  # see ``flash_decoding.combine``; once a program has waited this is nothing
+            parts = wait_for_previous(parts)
         if parts > 0:
             acc = tl.zeros([HEAD_DIM], tl.float32)
             m = -1.0e30
@@ -394,11 +392,6 @@ def combine_paged(
             at = OUT + row.to(tl.int64) * out_token + head.to(tl.int64) * out_head
             tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)
             tl.store(LSE + head.to(tl.int64) * tokens + row, lse)
-        place += tl.num_programs(0)
-        if place < rows:
-            row, head, parts, begin, step = parts_of_row(
-                place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS
-            )
 
 
 # ---- Warp groups (Gluon, Hopper) ----
