@@ -318,7 +318,7 @@ def parts_of_row(place, near_tiles, near_blocks, chunk, split, heads, BY_LENGTHS
     token = of_token - sequence * split.few
     start_q, len_q = span(split.cu_seqlens_q, sequence, split.sequences, split.tokens)
     parts = split.most
-    begin = place.to(tl.int64)
+    begin = tl.cast(place, tl.int64)
     step = (split.sequences * split.few * heads).to(tl.int64)
     if BY_LENGTHS:  # noqa: SIM102 (the outer is the compiler's)
         if split.slots > 0:

@@ -89,19 +89,25 @@ DECLARATION = {
             },
             "axes": {
                 "dtype": ["bf16", "fp16"], "head_dim": [64, 128],
-                "keys": ["contiguous", "pages", "large_pages"], "many": [False, True],
+                "keys": ["contiguous", "pages", "large_pages", "whole"], "many": [False, True],
                 "block_m": [8, 16, 32],
             },
-            # large_pages: of 64 keys and more; many: of sequences, in pages of any size
+            # large_pages: of 64 keys and more; many: of sequences, in pages of any size; whole: in pages, and not split
             "excluded": [
                 {"many": [True], "head_dim": [64]},
                 {"many": [True], "keys": ["large_pages"]},
+                {"many": [False], "keys": ["whole"]},
                 {"many": [True], "block_m": [16, 32]},
                 {"head_dim": [64], "block_m": [16, 32]},
                 {"keys": ["pages"], "block_m": [16, 32]},
             ],
             "gives": {
-                "keys": {"contiguous": {"PAGED": False}, "pages": {"PAGED": True}, "large_pages": {"PAGED": True}}
+                "keys": {
+                    "contiguous": {"PAGED": False, "WHOLE": False},
+                    "pages": {"PAGED": True, "WHOLE": False},
+                    "large_pages": {"PAGED": True, "WHOLE": False},
+                    "whole": {"PAGED": True, "WHOLE": True},
+                }
             },
             "host": ["startup_blocks", "parts", "part_keys"],
             "aligned": ["OUT", "OUT_PARTIAL", "Q", "q_batch", "q_token", "q_head", "dim"],
@@ -109,7 +115,7 @@ DECLARATION = {
                 "wgmma": {
                     "function": "split_and_combine",
                     "constants": [
-                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "PDL",
+                        "BLOCK_M", "BLOCK_N", "BOX_KEYS", "HEAD_DIM", "STAGES", "BLOCK_SPLITS", "PAGED", "WHOLE", "PDL",
                     ],
                     "defaults": {"PDL": 0},
                     "pdl": "PDL",

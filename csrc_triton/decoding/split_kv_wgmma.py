@@ -207,10 +207,10 @@ def split_and_combine(
     table_row, scale, cap, kv_heads, ratio, by_ratio, tokens, dim, capacity, pages, page_bits, splits, by_splits,
     left, right,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, HEAD_DIM: gl.constexpr,
-    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, PDL: gl.constexpr,
+    STAGES: gl.constexpr, BLOCK_SPLITS: gl.constexpr, PAGED: gl.constexpr, WHOLE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """A split of a sequence: its result where it is the whole sequence, else a part, and from the last of them the
-    result. The grid is (heads of K, splits,
+    result. WHOLE: all sequences are one split, and the code that combines is left out. The grid is (heads of K, splits,
     sequences). Pages are loaded in boxes of BOX_KEYS keys, which page sizes are multiples of, and looked up a block
     ahead. The next keys are loaded while a block's values are multiplied: a stage has a barrier for each."""
     gl.static_assert(PAGED or BLOCK_N == BOX_KEYS)
@@ -235,7 +235,11 @@ def split_and_combine(
     vs = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, D], V.layout)
     fence_async_shared()
     before_blocks, all_blocks = visible_blocks(length, seqs, BLOCK_N)
-    before, blocks, used = split_blocks(split, splits, by_splits, gl.maximum(all_blocks, 1))
+    blocks = gl.maximum(all_blocks, 1)
+    before = 0
+    used = 1
+    if not WHOLE:
+        before, blocks, used = split_blocks(split, splits, by_splits, blocks)
     if blocks > 0:
         start, stop = visible_keys(length, 0, tokens - 1, seqs)
         cache = Cache(K, V, TABLE, sequence, head, start, stop, pages, page_bits)
@@ -320,7 +324,7 @@ def split_and_combine(
         total = gl.where(wrong, float("nan"), gl.sum(sums, 0))
         cols = gl.arange(0, D, gl.SliceLayout(1, T))
         results = Results(OUT, LSE, OUT_PARTIAL, LSE_PARTIAL, FLAG, SINKS)
-        if used == 1:
+        if WHOLE or used == 1:
             store_rows(results, rows, seqs, m, total, acc, cols, row, b, dtype)
         else:
             of_sequence = (b * splits * kv_heads + head) * BLOCK_M

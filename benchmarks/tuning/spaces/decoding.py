@@ -50,7 +50,7 @@ def fused(p: Problem) -> Iterator[Row]:
         "part_keys": (1024, 2048),
         "num_warps": 4,
     }
-    box_keys = {"contiguous": (64, 128), "pages": (16,), "large_pages": (64,)}[keys]
+    box_keys = {"contiguous": (64, 128), "large_pages": (64,)}.get(keys, (16,))
     if many:
         for registers, programs in ((80, 6), (96, 5), (168, 3)):
             yield from grid(
@@ -75,7 +75,7 @@ def calls(sizes: Sizes | None, p: Problem, n: int, *others: Any) -> Any:
     given = {axis: values[0] for axis, values in p.when.items()}
     paged = given.get("paged") or given.get("keys", "contiguous") != "contiguous"
     page, tokens = 64 if paged else 0, 4 if given.get("wide") else given.get("block_m", 8) // 8
-    page = 16 if given.get("keys") == "pages" else page
+    page = 16 if given.get("keys") in ("pages", "whole") else page
     return workloads(
         p,
         given.get("head_dim", n),
@@ -108,7 +108,7 @@ SPACES = {
             for dim, kinds, many, every in (
                 (64, KEYS, False, (8,)),
                 (128, KEYS, False, (8,)),
-                (128, KEYS[:2], True, (8,)),
+                (128, (*KEYS[:2], "whole"), True, (8,)),
                 (128, KEYS[::2], False, (16, 32)),
             )
             for keys in kinds

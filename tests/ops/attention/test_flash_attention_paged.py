@@ -630,9 +630,9 @@ def test_keys_split_by_lengths(seed: int, nan_memory: None, monkeypatch: pytest.
 # By two warp groups: rows of the second tile and none of its second warp group, a sequence of one tile, one of none.
 WIDE_SPLIT = (
     Problem(4, 1, (40, 3), (300, 50), 64, sinks=True, behind=3, known=True),
-    Problem(4, 1, (70,), (700,), 128, FP16, page=64, window=(50, 0), softcap=5.0, known=True),
+    Problem(4, 1, (70,), (700,), 128, page=64, window=(50, 0), softcap=5.0, known=True),
     Problem(8, 1, (17, 1), (300, 200), 208, known=True),
-    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, causal=False, known=True),
+    Problem(4, 1, (40, 0, 36), (300, 0, 33), 128, FP16, causal=False, known=True),
 )
 
 

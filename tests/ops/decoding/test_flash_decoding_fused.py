@@ -29,7 +29,7 @@ PROBLEMS = (
     Problem(3, 1, 1, 700, (700,), 128, full=True, splits=1),  # more blocks than stages
     Problem(1, 1, 2, 520, (520, 77), 64, page=16, window=(300, 0), splits=4),
     Problem(12, 1, 1, 1300, (1300, 140, 0), 128, splits=9),  # combined 8 at a time
-    Problem(16, 2, 3, 640, (640, 2), 96, FP16, page=64, splits=5, window=(300, None)),  # 24 of 32
+    Problem(16, 2, 3, 640, (640, 2), 96, page=64, splits=5, window=(300, None)),  # 24 of 32
     Problem(32, 1, 1, 400, (400, 129), 128, page=128, sinks=True, softcap=10.0, splits=2),
     Problem(8, 1, 1, 640, (640, 77), 64, page=64, splits=3),
     # by the rows of many programs
@@ -163,14 +163,14 @@ def plan_of(page: int, batch: int, room: int, dim: int = 128, full: bool = False
         (16, 34, 8192, 4, "pages-many"),  # more programs than run at once
         (16, 206, 8192, 4, "pages-many"),
         # so many that each is whole
-        (16, 207, 8192, 1, "pages-many"),
+        (16, 207, 8192, 1, "whole-many"),
         (64, 83, 8192, 1, "large_pages"),
         (64, 2, 8192, 8, "large_pages"),  # not a wave: as if all were full
         # short ones, too
         (64, 8, 1024, 4, "large_pages"),
         (64, 33, 2048, 1, "large_pages"),
         (64, 34, 2048, 2, "pages-many"),
-        (16, 82, 4032, 1, "pages-many"),
+        (16, 82, 4032, 1, "whole-many"),
         # contiguous
         (0, 8, 8192, 4, "contiguous"),
         (0, 8, 4096, 2, "contiguous"),

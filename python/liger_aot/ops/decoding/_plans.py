@@ -316,11 +316,14 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
         return None
     loaded = kernel(key, shape.dim)
     many = q.dtype, head_dim, "pages" if call.paged else "contiguous", True, block_m, True
-    if kernel.serves(many):
-        of_many = kernel(many, shape.dim)
-        loaded = of_many if takes_many(on, call, loaded.numbers, of_many.numbers) else loaded
+    of_many = kernel(many, shape.dim) if kernel.serves(many) else None
+    if of_many is not None and takes_many(on, call, loaded.numbers, of_many.numbers):
+        loaded = of_many
+    splits = call.splits(on, loaded.numbers, shape.kv_heads)
+    whole = q.dtype, head_dim, "whole", True, block_m, True
+    if call.paged and splits == 1 and kernel.serves(whole) and loaded is of_many:
+        loaded = kernel(whole, shape.dim)
     numbers = loaded.numbers
-    splits = call.splits(on, numbers, shape.kv_heads)
     blocks = max(call.blocks(numbers["block_n"]), 1)
     elements = splits * shape.kv_heads * numbers["block_m"] * numbers["head_dim"]
     if splits * splits * blocks >= RECIPROCAL or elements >= PARTIAL_ELEMENTS:

@@ -180,7 +180,7 @@ class FlashDecoding(ForwardOnlyOp):
     ) -> tuple[Problem, ...]:
         """``shape`` is q's; ``dtypes`` may name that of the cache: ``k_cache``. Of a contiguous cache and of a paged
         one; wide variants are for many rows of q a head of k, ``fused`` for few where there is such a kernel
-        (``large_pages`` from 64 keys on; True: for many sequences)."""
+        (``large_pages`` from 64 keys on; True: for many sequences; ``whole``: not split)."""
         dim = shape[-1]
         check_dim(self.name, dim)
         aligned, cache = not dim % UNIT, (dtypes or {}).get("k_cache", dtype)
@@ -192,7 +192,7 @@ class FlashDecoding(ForwardOnlyOp):
         if same and fused_head_dim(dim) in (64, 128):
             forms = [(of, False, 8) for of in ("contiguous", "pages", "large_pages")]
             if dim > 64:
-                forms += [(of, True, 8) for of in ("contiguous", "pages")]
+                forms += [(of, True, 8) for of in ("contiguous", "pages", "whole")]
                 forms += [(of, False, rows) for of in ("contiguous", "large_pages") for rows in (16, 32)]
             kinds += [("fused", fused_head_dim(dim), *form) for form in forms]
         return tuple(Problem(f"{NAME}_{kind}", (dtype, *axes), aligned, dim) for kind, *axes in kinds)
