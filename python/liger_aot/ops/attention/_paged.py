@@ -477,8 +477,8 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
     """The kernel with tensor maps for sequences of at most so many queries, None where there is none or another is
     faster: the tiles for rows that they have in one, where all multiprocessors have some and keys are few or sequences
     very many; another kernel for more rows than a warp group's two tiles, unless splitting keys is worth combining
-    them. Of those rows two warp groups a tile take long parts, one takes short ones: two programs a multiprocessor
-    start and end beside each other."""
+    them. Of those rows two warp groups a tile take long parts, one takes short ones of few tiles: two programs a
+    multiprocessor start and end beside each other."""
     shape = call.shape
     rows = queries * shape.ratio
     narrow = split_kernel(on, call, False)
@@ -488,7 +488,9 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
             return None
         keys = call.blocks(1, queries) // splits_for(on, wide, call, queries, 0)
         capped = call.settings.softcap and not wide.numbers.get("capped", 1)
-        return narrow if capped or keys < wide.numbers.get("least_keys", 0) else wide
+        few = narrow is not None and 2 * tiles_in(call, narrow.numbers, queries) <= on.multiprocessors
+        short = few and keys < wide.numbers.get("least_keys", 0)
+        return narrow if capped or short else wide
     if narrow is not None and rows <= NARROW_ROWS and shape.sequences * shape.kv_heads > on.multiprocessors:
         few = call.blocks(1, queries) < LONG_KEYS
         return None if few or not some_waves(on, narrow, call, queries) else narrow
