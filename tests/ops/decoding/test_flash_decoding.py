@@ -385,7 +385,7 @@ def test_explain(arch: str, built: Path) -> None:
     from liger_aot.explanation import explain
 
     choices = explain("flash_decoding", arch=arch, shape=(1, 1, 8, 96), dtype="bf16")
-    kinds = [*4 * ["split"], "combine"] + (9 * ["fused"] if arch == "sm90" else [])
+    kinds = [*4 * ["split"], "combine"] + (10 * ["fused"] if arch == "sm90" else [])
     assert [c.kernel for c in choices] == [f"flash_decoding_{kind}" for kind in kinds]
     assert all(c.numbers["d"] == 128 for c in choices[:5]) and not any(c.local_bytes for c in choices)
     with pytest.raises(ArgumentError, match="1 to 256"):
