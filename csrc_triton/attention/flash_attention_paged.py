@@ -28,6 +28,7 @@ from csrc_triton.attention.key_parts import (
     keys_in_cache,
     parts_of,
     slots_before,
+    with_parts,
     work_of,
 )
 from csrc_triton.attention.online_softmax import ping_pong_arrive
@@ -382,12 +383,7 @@ def combine_paged(
                 )
                 # a part without keys has no values: anything may lie there
                 values = tl.where((lse != float("-inf"))[:, None], values, 0.0)
-                new_m = tl.maximum(m, tl.max(lse, 0))
-                weights = tl.exp2(lse - new_m)
-                by = tl.exp2(m - new_m)
-                m = new_m
-                total = total * by + tl.sum(weights, 0)
-                acc = acc * by + tl.sum(values * weights[:, None], 0)
+                m, total, acc = with_parts(m, total, acc, lse, values)
             lse, by = finalise(m, total, SINKS, head)
             at = OUT + row.to(tl.int64) * out_token + head.to(tl.int64) * out_head
             tl.store(at + columns, (acc * by).to(OUT.dtype.element_ty), mask=keep)

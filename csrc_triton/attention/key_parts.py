@@ -2,7 +2,8 @@
 
 A head of keys has ``slots``, each a program's: (sequence, part of its keys, tile of its queries), in this order. A part
 has at most ``chunk`` blocks of keys, which each program computes from all lengths, so that all parts have slots: short
-sequences are one part, long ones are many, and all parts are about equally long.
+sequences are one part, long ones are many, and all parts are about equally long. ``with_parts`` combines parts,
+however keys were split.
 """
 
 import triton
@@ -116,3 +117,12 @@ def slots_before(offsets, near_tiles, near_blocks, sequence, chunk, split):
         tiles, blocks = work_of(s, split)
         before += tl.sum(tl.where(s < sequence, tiles * parts_of(blocks, chunk, split), 0), 0)
     return before
+
+
+@triton.jit
+def with_parts(m, total, acc, lse, values):
+    """A row's largest LSE, sum and weighted values, together with those of more parts; all in base 2."""
+    new_m = tl.maximum(m, tl.max(lse, 0))
+    weights = tl.exp2(lse - new_m)
+    by = tl.exp2(m - new_m)
+    return new_m, total * by + tl.sum(weights, 0), acc * by + tl.sum(values * weights[:, None], 0)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from csrc_triton.attention.forward import p_exponent
+from csrc_triton.attention.key_parts import with_parts
 from csrc_triton.common.fp8 import product_dtype, queries_in, widened
 from csrc_triton.common.pdl import launch_dependents, wait_for_previous
 from csrc_triton.decoding.split_kv import (
@@ -33,7 +34,6 @@ from csrc_triton.decoding.split_kv import (
     sink_of,
     split_range,
     token_of,
-    with_parts,
 )
 from csrc_triton.decoding.split_kv_wgmma import split_and_combine  # noqa: F401
 

@@ -146,15 +146,6 @@ def part_of(b, begin, blocks, first_token, last_token, seqs, BLOCK_N):
 
 
 @triton.jit
-def with_parts(m, total, acc, lse, values):
-    """A row's largest LSE, sum and weighted values, together with those of more parts; all in base 2."""
-    new_m = tl.maximum(m, tl.max(lse, 0))
-    weights = tl.exp2(lse - new_m)
-    by = tl.exp2(m - new_m)
-    return new_m, total * by + tl.sum(weights, 0), acc * by + tl.sum(values * weights[:, None], 0)
-
-
-@triton.jit
 def finalise(m, sums, sink):
     """(natural logarithm of a row's sum, what its weighted values are multiplied by), from the largest score and the
     sum in base 2. Without keys and sink -inf and 0; a sum that is NaN stays one."""

@@ -50,17 +50,17 @@ def fused(p: Problem) -> Iterator[Row]:
         "part_keys": (1024, 2048),
         "num_warps": 4,
     }
-    box_keys = {"contiguous": (64, 128), "large_pages": (64,)}.get(keys, (16,))
+    box_keys = 16 if keys in ("pages", "whole") else 64
     if many:
         for registers, programs in ((80, 6), (96, 5), (168, 3)):
             yield from grid(
-                **common, block_n=64, box_keys=box_keys[0], stages=1, block_splits=4, maxnreg=registers,
+                **common, block_n=64, box_keys=box_keys, stages=1, block_splits=4, maxnreg=registers,
                 programs_per_multiprocessor=programs,
             )  # fmt: skip
         return
     for block_n, stages, programs in ((64, (2, 3, 5), 2), (64, (2, 3), 4), (128, (2, 3), 1), (128, 2, 3)):
         yield from grid(
-            **common, block_n=block_n, box_keys=block_n if keys == "contiguous" else box_keys[0], stages=stages,
+            **common, block_n=block_n, box_keys=block_n if keys == "contiguous" else box_keys, stages=stages,
             block_splits=128 // rows, programs_per_multiprocessor=programs,
             **({"maxnreg": 512 // programs // 8 * 8} if programs > 2 else {}),
         )  # fmt: skip

@@ -488,8 +488,11 @@ def split_for(on: OpOn, call: Call, queries: int) -> Loaded | None:
             return None
         keys = call.blocks(1, queries) // splits_for(on, wide, call, queries, 0)
         capped = call.settings.softcap and not wide.numbers.get("capped", 1)
-        few = narrow is not None and 2 * tiles_in(call, narrow.numbers, queries) <= on.multiprocessors
-        short = few and keys < wide.numbers.get("least_keys", 0)
+        short = (
+            narrow is not None
+            and few_tiles(on, narrow, call, queries)
+            and keys < wide.numbers.get("least_keys", 0)
+        )
         return narrow if capped or short else wide
     if narrow is not None and rows <= NARROW_ROWS and shape.sequences * shape.kv_heads > on.multiprocessors:
         few = call.blocks(1, queries) < LONG_KEYS
@@ -582,6 +585,11 @@ def tiles_in(call: Call, numbers: Mapping[str, int], queries: int) -> int:
     return shape.sequences * shape.kv_heads * -(-queries * shape.ratio // rows_of(numbers))
 
 
+def few_tiles(on: OpOn, loaded: Loaded, call: Call, queries: int) -> bool:
+    """Whether there are at most half as many tiles as multiprocessors."""
+    return 2 * tiles_in(call, loaded.numbers, queries) <= on.multiprocessors
+
+
 def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -> int:
     """How many programs split a tile's keys: as many as ``asked`` for, 0: by the profile."""
     shape, numbers = call.shape, loaded.numbers
@@ -593,7 +601,7 @@ def splits_for(on: OpOn, loaded: Loaded, call: Call, queries: int, asked: int) -
     programs = tiles_in(call, numbers, queries)
     here, places = on.multiprocessors, loaded.variant.resident
     saturating = numbers.get("ctas_to_saturate", places)
-    if 2 * programs <= here and queries * shape.ratio > rows_of(numbers):
+    if few_tiles(on, loaded, call, queries) and queries * shape.ratio > rows_of(numbers):
         saturating = places  # tiles of a head share its keys: not memory is the bound
     costs = DECODING if "block_m" in numbers else PAGED
     startup = numbers["startup_blocks"]

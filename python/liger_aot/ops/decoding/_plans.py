@@ -10,11 +10,7 @@ import torch
 from torch import Tensor
 
 from liger_aot.errors import ArgumentError, ArgumentTypeError
-from liger_aot.ops.attention._operands import (
-    LOG2_E,
-    MAX_SEQLEN,
-    TensorMapCache,
-)
+from liger_aot.ops.attention._operands import LOG2_E, MAX_SEQLEN, TensorMapCache
 from liger_aot.ops.kv_cache import lacking
 from liger_aot.ops.split_kv import MAX_SPLITS, best_splits
 from liger_aot.runtime import device_errors
@@ -333,10 +329,10 @@ def fused_for(on: OpOn, call: Call, q: Tensor, k: Tensor) -> FusedPlan | None:
 
 def takes_many(on: OpOn, call: Call, few: Mapping[str, int], many: Mapping[str, int]) -> bool:
     """Whether the row of many programs is the faster: each has fewer keys on their way, but more of them run at once.
-    Of a contiguous cache that is full: where sequences would be split into one part in a wave of the other row, or into
-    more than are a wave, but are one of this row (17 x 8192 keys 133 us instead of 143, 34 x 8192 257 instead of 269;
-    64 x 8192 548 instead of 480). Of pages: where there are more than a wave of the other row, and its boxes are of few
-    keys (34 x 8192 in pages of 16: 275 instead of 296) or tables short (256 x 96: 33 instead of 45). NVIDIA H200."""
+    Of a full contiguous cache: where the other row's programs would be more than half a wave, and this one's, unsplit,
+    are a wave at most (17 x 8192 keys 133 us instead of 143, 34 x 8192 257 instead of 269; 64 x 8192, which are more,
+    548 instead of 480). Of pages: where the other row's programs are more than a wave, and its boxes are of few keys
+    (34 x 8192 in pages of 16: 275 instead of 296) or tables short (256 x 96: 33 instead of 45). NVIDIA H200."""
     programs = call.shape.batch * call.shape.kv_heads
     places, of_many = (n["programs_per_multiprocessor"] * on.multiprocessors for n in (few, many))
     if not call.paged:
